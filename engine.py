@@ -366,8 +366,9 @@ class Engine:
         batch: rows decoded together. max_prompt: allocates caches for it now, and rejects longer prompts; by default
         caches fit the first prompts, and grow to powers of two. room: tokens a row may hold after its prompt, questions
         included; max_new_tokens is its old name. speculate: tokens that the method drafts per step, for the full cache
-        to verify; the answers are the full cache's. chunk: reads prompts at most so many tokens at a time, which takes
-        less memory; a method that evicts does so after each. Raises ValueError with one line that says what to do.
+        to verify; the answers are the full cache's. chunk: reads prompts and questions at most so many tokens at a
+        time, which takes less memory; a method that evicts does so after each. Raises ValueError with one line that
+        says what to do.
         """
         room = room if max_new_tokens is None else arguments.renamed(max_new_tokens)
         planning.check(self, kv, budget, options or {}, batch, max_prompt, room, speculate, chunk)
@@ -721,7 +722,8 @@ class Engine:
             self.state.set_row(row.index, row.pending, len(row.tokens), request.to_launch, request.index)
             return
         if tokens:
-            logits = self.model.extend(row.index, torch.tensor(tokens, device=self.device), len(row.tokens))
+            ids = torch.tensor(tokens, device=self.device)
+            logits = self.model.extend(row.index, ids, len(row.tokens), self.chunk)
             row.tokens += tokens
             self._forget()
         counter = torch.tensor([[request.index], [len(row.tokens)]], device=self.device)

@@ -121,6 +121,11 @@ def slices(x: Tensor, *modules: nn.Module) -> Iterator[slice]:
             m.drop_floats()
 
 
+def in_chunks(tokens: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """tokens [n] in parts of at most `chunk` (0: all), alike, so that none has few queries to rank by."""
+    return tokens.tensor_split(-(-len(tokens) // (chunk or len(tokens))))
+
+
 class Block(nn.Module):
     """One layer: attention, then feed-forward; each reads a normed copy of x and adds its output to x."""
 
@@ -223,7 +228,7 @@ class Transformer(nn.Module):
         whole, pos = tokens.numel(), 0
         length = max(whole, min(length, self.config.max_length))
         self.inv_freq[row] = rope_frequencies(self.config.rope, self.config.head_dim, length)[0]
-        chunks = tokens.tensor_split(-(-whole // (chunk or whole)))  # alike, so that none has few queries to rank by
+        chunks = in_chunks(tokens, chunk)
         layers = iter(progress([*self.layers] * len(chunks)))
         for part in chunks:
             once = islice(layers, len(self.layers))
@@ -242,9 +247,12 @@ class Transformer(nn.Module):
             layer.attention.kv.finish(row)
 
     @torch.no_grad()
-    def extend(self, row: int, tokens: Tensor, pos: int) -> Tensor:
+    def extend(self, row: int, tokens: Tensor, pos: int, chunk: int = 0) -> Tensor:
         """tokens [n] that continue row `row` after its first `pos` -> logits [vocab] after the last of them."""
-        return self._run(row, tokens, pos, lambda cache: partial(cache.extend, row, pos=pos), self.layers)
+        for part in in_chunks(tokens, chunk):
+            logits = self._run(row, part, pos, lambda kv, pos=pos: partial(kv.extend, row, pos=pos), self.layers)
+            pos += len(part)
+        return logits
 
     def _run(self, row: int, tokens: Tensor, pos: int, attend: Callable, layers: Iterable[Block]) -> Tensor:
         at = torch.arange(pos, pos + tokens.numel(), device=tokens.device)

@@ -48,7 +48,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--kv-bits", dest="kv_opt", action="append", type="bits={}".format, metavar="N", help=bits)
     drafts = "the method drafts N tokens at a time, and the full cache verifies them (in 16 bits but for near ties)"
     add("--speculate", type=int, metavar="N", help=drafts)
-    less = "read prompts at most N tokens at a time, which takes less memory; methods that evict do so after each time"
+    less = "read prompts and questions at most N tokens at a time, in less memory; after each, evicting methods evict"
     add("--chunk", type=int, metavar="N", help=less)
     add("--list-kv", action="store_true", help="list the KV methods and exit")
     add("--kv-help", metavar="NAME", help="what a KV method does, and its options")

@@ -253,6 +253,18 @@ def test_in_chunks_memory_does_not_grow_with_the_prompt(name, checkpoint):
     assert peak(engine, name, 2048, 128) < peak(engine, name, 2048, 0) / 4
 
 
+@pytest.mark.parametrize("name", ("full", "rocketkv", "h2o", "streaming"))
+def test_in_chunks_memory_does_not_grow_with_a_question(name, checkpoint):
+    engine, peaks = Engine.load(checkpoint, compile=False), []
+    for length in (512, 2048):
+        engine.use(name, None if name == "full" else 64, max_prompt=256, room=2304, chunk=128)
+        rows = engine.start([[i % 128 for i in range(256)]])
+        with Live() as live:
+            engine.ask(rows, [[i % 128 for i in range(length)]], 1)
+        peaks.append(live.peak)
+    assert peaks[1] <= peaks[0] + 2 * 8 * 1536
+
+
 def test_in_chunks_a_full_cache_is_read_where_it_is(checkpoint):
     """Only the ids follow the prompt: there is no copy of a layer's keys and values."""
     engine = Engine.load(checkpoint, compile=False)
@@ -293,6 +305,20 @@ def engine(tmp_path_factory) -> Engine:
 def test_an_answer_is_the_same_if_nothing_is_dropped(engine, kv):
     whole, chunked = (logits(engine, chunk, kv=kv, **KEEPING[kv]) for chunk in (0, 17))
     assert (whole - chunked).abs().max() <= 1e-5 * whole.abs().max()
+
+
+@pytest.mark.parametrize("kv", KEEPING)
+def test_a_question_may_be_read_in_chunks(engine, kv):
+    found, sizes = [], []
+    for chunk in (0, 17):
+        engine.use(kv, max_prompt=20, room=60, chunk=chunk, **KEEPING[kv])
+        rows = engine.start(PROMPT[:20])
+        first, extend = engine.layers[0], engine.layers[0].extend
+        first.extend = lambda row, q, *kv, pos, extend=extend: sizes.append(q.shape[2]) or extend(row, q, *kv, pos)
+        engine.ask(rows, [PROMPT[20:]], 1)
+        found.append(engine.feed(rows, [list(range(8))])[0])
+    assert sizes == [30, 15, 15]
+    assert (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()
 
 
 @pytest.mark.parametrize("kv", ("h2o", "snapkv", "streaming"))
