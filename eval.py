@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add("--budget", default="", help="tokens per KV head, or shares of the prompt; comma-separated")
     drafts = "the methods draft N tokens at a time for the full cache to verify; the answers are then the full cache's"
     add("--speculate", type=int, default=0, metavar="N", help=drafts)
-    add("--chunk", type=int, metavar="N", help="read prompts at most N tokens at a time: less memory")
+    add("--chunk", type=int, metavar="N", help="read prompts and questions at most N tokens at a time: less memory")
     add("--haystack", metavar="FILE", help="hide needles in this text")
     forced = "the texts for perplexity and fidelity, comma-separated; --samples of each (default: the haystack)"
     add("--text", metavar="FILE,..", help=forced)

@@ -136,7 +136,7 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
     if saves and args.out is not None:
         raise ValueError("--save-prompt answers nothing: leave out --out")
     brought = {"--kv": args.kv, "--budget": args.budget, "options": args.kv_opt, "--speculate": args.speculate}
-    brought |= {"--max-prompt": args.max_prompt, "--chunk": args.chunk, "--chat": args.chat or None}
+    brought |= {"--max-prompt": args.max_prompt, "--chat": args.chat or None}
     if loads and (given := [flag for flag, value in brought.items() if value is not None]):
         raise ValueError(f"--load-prompt brings method, sizes and format: leave out {', '.join(given)}")
 

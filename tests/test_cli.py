@@ -671,7 +671,6 @@ MISTAKES = {
     ),
     "a chunk of 0": (["--prompt", "x", "--chunk", "0"], ["--chunk must be at least 1, not 0"]),
     "a chunk of x": (["--prompt", "x", "--chunk", "x"], ["--chunk"]),
-    "chunks of a saved prompt": (["--prompt", "x", "--load-prompt", "x", "--chunk", "9"], ["leave out --chunk"]),
     "d2o in chunks": (["--prompt", "x", "--kv", "d2o", "--budget", "99", "--chunk", "9"], ["d2o", "leave out --chunk"]),
     "budget not a number": (["--prompt", "x", "--budget", "many"], ["--budget"]),
 }

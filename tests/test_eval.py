@@ -122,9 +122,9 @@ def test_saved_answers_are_not_those_of_another_plan(tiny_checkpoint, tmp_path, 
     assert len(out.with_name("out.json.progress.jsonl").read_text().splitlines()) == 2
 
 
-def perplexities(folder, out) -> list[float]:
+def perplexities(folder, out, *flags) -> list[float]:
     """The perplexity that a resumed run reports, then those of all lines of its progress."""
-    arguments(folder, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
+    arguments(folder, "--json", out, "--samples", 1, *flags, tasks="perplexity", kv="full")
     lines = out.with_name(out.name + ".progress.jsonl").read_text().splitlines()
     return [rows(out)["full", None, "perplexity"]["score"], *(json.loads(x)["result"]["score"] for x in lines)]
 
@@ -148,6 +148,7 @@ def test_changed_weights_profile_or_code_invalidate_saved_answers(tiny_checkpoin
     assert len(perplexities(folder, out)) == 4 == len(perplexities(folder, out))
     monkeypatch.setattr(evaluation, "code", lambda: "another")
     assert len(perplexities(folder, out)) == 5
+    assert len(perplexities(folder, out, "--chunk", 99)) == 6
 
 
 def test_the_hash_of_the_code_covers_the_methods_the_engine_and_the_tasks(tmp_path):

@@ -224,9 +224,10 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
     assert report["saved_bytes"] >= report["saved_full_bytes"]
     assert "warning: this file is as large as the full cache or larger" in capsys.readouterr().err
     for question in ("Who lived?", "Where?"):
-        main([*common, "--load-prompt", file, "--prompt", question, "--seed", "3"])
+        main([*common, "--load-prompt", file, "--prompt", question, "--seed", "3", "--chunk", "64"])
         report = json.loads((tmp_path / "out.json").read_text())
         assert (report["kv"], report["budget"], report["prefill_tokens_per_s"]) == ("rocketkv", 24, None)
+        assert report["chunk"] == 64
         assert report["tokens_reused"] == report["completions"][0]["prompt_tokens"]
         assert 0 < report["completions"][0]["new_tokens"] < 50
     book = (tmp_path / "book.kv").read_bytes()

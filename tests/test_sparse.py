@@ -154,12 +154,13 @@ def test_methods_equal_their_reference_for_three_times_the_budget_in_generated_t
         both.step()
 
 
-TURNS = [(prompt, budget, False, "gqa") for prompt, budget in ((100, 24), (100, 90), (40, 24), (40, 8))]
+SIZES = (100, 24, 6), (100, 90, 6), (40, 24, 6), (40, 8, 6), (40, 24, 16)  # the last: more than half of the kept
+TURNS = [*((*sizes, False, "gqa") for sizes in SIZES), (100, 24, 6, True, "mha"), (40, 24, 6, True, "mqa")]
 
 
-@pytest.mark.parametrize("prompt, budget, offload, heads", [*TURNS, (100, 24, True, "mha"), (40, 24, True, "mqa")])
-def test_every_turn_of_rocketkv_chooses_from_all_before_it(prompt, budget, offload, heads, monkeypatch):
-    options = {"kernel": 5, "window": 6, "turns": True, "offload": offload}
+@pytest.mark.parametrize("prompt, budget, window, offload, heads", TURNS)
+def test_every_turn_of_rocketkv_chooses_from_all_before_it(prompt, budget, window, offload, heads, monkeypatch):
+    options = {"kernel": 5, "window": window, "turns": True, "offload": offload}
     both = Both("rocketkv", make_plan(heads, n_layer=2), budget, options, monkeypatch)
     both.prefill(prompt)
     for turn in (5, 9, 3):  # shorter and longer than the window

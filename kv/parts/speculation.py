@@ -26,6 +26,7 @@ class Speculation(KV):
         super().__init__(plan)
         self.draft, self.full = draft, Full(plan)
         self.wants_lookahead, self.pools = draft.wants_lookahead, draft.pools
+        self.ranks = isinstance(draft, Scored) and draft.kept < plan.max_prompt  # a prompt's tokens
         if draft.holds_all:
             self.full.k, self.full.v = draft.k, draft.v
 
@@ -50,25 +51,26 @@ class Speculation(KV):
         return y
 
     def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        y = self.full.extend(row, q, k, v, pos)
-        if not self.rank_again(row, q, pos + k.shape[2]):
+        y, end = self.full.extend(row, q, k, v, pos), pos + k.shape[2]
+        if not self.ranks:
             self.draft.prefill_next(row, q, k, v, pos)
+        elif end == self.draft.whole:
+            self.rank_again(row, q, end)
         return y
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y = self.full.extend(row, q, k, v, pos)
         self.draft.whole = pos + k.shape[2]  # whose budget the draft has
-        if not self.rank_again(row, q, pos + k.shape[2]):
+        if self.ranks:
+            self.rank_again(row, q, pos + k.shape[2])
+        else:
             self.draft.append(row, k, v, pos)
         return y
 
-    def rank_again(self, row: int, q: Tensor, length: int) -> bool:
-        """Whether the draft ranks a prompt's tokens; it then chooses from all `length` tokens of the row."""
-        if not isinstance(self.draft, Scored) or self.draft.kept == self.plan.max_prompt:
-            return False
+    def rank_again(self, row: int, q: Tensor, length: int) -> None:
+        """The draft chooses from all `length` tokens of the row."""
         held = self.full.held(row, length)
         self.draft.keep(row, q, held.k[None], held.v[None])
-        return True
 
     def finish(self, row: int) -> None:
         self.draft.finish(row)
