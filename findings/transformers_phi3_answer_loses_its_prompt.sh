@@ -6,9 +6,9 @@
 # its comment expects one slow token. But generate() now hands the model the newest token alone. The cache that this
 # begins is short, and is dropped again before the next token. No message says so. It happens without long RoPE too,
 # at 4,096 tokens where the configuration states no length. A prompt that is longer than that is not affected.
-# Source: Phi3ForCausalLM.prepare_inputs_for_generation; the text is cut by next_sequence_length since pull request 44130.
+# Source: Phi3ForCausalLM.prepare_inputs_for_generation; next_sequence_length cuts the text since pull request 44130.
 #
-# Seen on 2026-11-30: what the logits of the first 8 tokens after a prompt of 25, and then of 12 more, are equal to, where
+# Seen on 2026-11-30: what the logits of the first 8 tokens after a prompt of 25, and then of 12 more, equal, where
 # the length is 32:
 #   default: the whole text True, the newest token False; then False, True
 #   longrope: the whole text True, the newest token False; then False, True
@@ -23,8 +23,8 @@ import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
 PROMPT, LENGTH, NEW = 25, 32, 20
-sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 200, "initializer_range": 0.5}
-heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 200}
+heads = {"initializer_range": 0.5, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 ropes = {"default": {}, "longrope": {"factor": 4.0, "original_max_position_embeddings": LENGTH} | factors}
