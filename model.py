@@ -248,7 +248,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def extend(self, row: int, tokens: Tensor, pos: int, chunk: int = 0) -> Tensor:
-        """tokens [n] that continue row `row` after its first `pos` -> logits [vocab] after the last of them."""
+        """tokens [n] that continue row `row` after its first `pos` -> logits [vocab] after the last of them.
+
+        chunk: as in `prefill`.
+        """
         for part in in_chunks(tokens, chunk):
             logits = self._run(row, part, pos, lambda kv, pos=pos: partial(kv.extend, row, pos=pos), self.layers)
             pos += len(part)

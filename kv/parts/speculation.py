@@ -26,7 +26,7 @@ class Speculation(KV):
         super().__init__(plan)
         self.draft, self.full = draft, Full(plan)
         self.wants_lookahead, self.pools = draft.wants_lookahead, draft.pools
-        self.ranks = isinstance(draft, Scored) and draft.kept < plan.max_prompt  # a prompt's tokens
+        self.reranks = isinstance(draft, Scored) and draft.kept < plan.max_prompt  # whether it ranks a prompt's tokens
         if draft.holds_all:
             self.full.k, self.full.v = draft.k, draft.v
 
@@ -52,7 +52,7 @@ class Speculation(KV):
 
     def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y, end = self.full.extend(row, q, k, v, pos), pos + k.shape[2]
-        if not self.ranks:
+        if not self.reranks:
             self.draft.prefill_next(row, q, k, v, pos)
         elif end == self.draft.whole:
             self.rank_again(row, q, end)
@@ -61,7 +61,7 @@ class Speculation(KV):
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y = self.full.extend(row, q, k, v, pos)
         self.draft.whole = pos + k.shape[2]  # whose budget the draft has
-        if self.ranks:
+        if self.reranks:
             self.rank_again(row, q, pos + k.shape[2])
         else:
             self.draft.append(row, k, v, pos)
