@@ -33,8 +33,8 @@ DRAFTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
     "duo": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[3.0, 1.0], [2.0, 4.0], [6.0, 5.0]]}),
     "brute_offload": ("brute_offload", {"layers": 2, "ahead": 1}),
 }
-EVICTING = "full", "h2o", "roco", "cam", "tova", "d2o", "simlayer"
-CANNOT = {name: (name, {}, "cannot draft") for name in (*EVICTING, "kvzip")} | {
+NEVER = "full", "h2o", "roco", "cam", "tova", "d2o", "simlayer", "kvzip"
+CANNOT = {name: (name, {}, "cannot draft") for name in NEVER} | {
     "omnikv:exp": ("omnikv", {"selector": "exp"}, "cannot draft"),
     "omnikv:prefill": ("omnikv", {"prefill": 0.5, "chunk": 8}, "cannot draft"),
     "a history on the host": ("rocketkv", {"turns": True, "offload": True}, "leave out offload"),
