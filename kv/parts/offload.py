@@ -28,7 +28,7 @@ from torch import Tensor
 from kv.method import Method, Plan, option
 from kv.parts import inductor
 
-BACKLOG = 4  # writes that may be in flight
+BACKLOG = 4  # writes that may be in flight; until then, what they write stays in the device's memory
 CHUNK = 4 << 20  # the most bytes of a staging buffer
 WIDE = 64 << 10  # bytes from which an entry gets a copy of its own, without staging
 
@@ -39,6 +39,7 @@ class Pool:
     `what` names the pool in errors.
     """
 
+    writing: deque[torch.cuda.Event | Future] = deque()  # in flight, of all pools
     counts = (0, 0)  # entries requested from threads, and entries they fetched
 
     def __init__(self, what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, host: bool = False):
@@ -49,7 +50,6 @@ class Pool:
         else:
             self.memory = self.entries = torch.zeros(size, dtype=dtype, device=device)
         self.stream = torch.cuda.Stream(device) if host and device.type == "cuda" else None
-        self.writing: deque[torch.cuda.Event | Future] = deque()
 
     @property
     def host_bytes(self) -> int:
@@ -94,7 +94,7 @@ class Pool:
         self.settle(BACKLOG)
 
     def settle(self, left: int = 0) -> None:
-        """Waits until at most `left` writes are in flight. Raises what a write raised."""
+        """Waits until at most `left` writes of these pools are in flight. Raises what a write raised."""
         while len(self.writing) > left:
             write = self.writing.popleft()
             write.result() if isinstance(write, Future) else write.synchronize()
@@ -190,7 +190,7 @@ class Workers:
     """Threads that pools share, each with two pinned staging buffers; they start with the first job."""
 
     def __init__(self, threads: int):
-        self.threads, self.free = threads, queue.SimpleQueue()
+        self.threads, self.free, self.writing = threads, queue.SimpleQueue(), deque()
         self.executor = ThreadPoolExecutor(threads, "kv-offload", initializer=torch.set_num_threads, initargs=(1,))
         self.owner: int | None = None  # handle of the pool that counts the buffers' bytes
         self.buffers = torch.empty(threads, 2, 0, dtype=torch.uint8)
@@ -224,6 +224,7 @@ class ThreadedPool(Pool):
         dtype, device, slots = staged.slots.dtype, staged.slots.device, len(staged.slots)
         super().__init__(what, size, dtype, device, host=True)
         self.staged, self.workers, self.delta = staged, staged.workers, delta
+        self.writing = self.workers.writing
         entry = self.memory[:1].nbytes
         self.wide = entry >= WIDE
         threads = 1 if self.wide and self.stream else min(self.workers.threads, slots)  # a GPU copies wide ones itself
