@@ -224,7 +224,7 @@ class ThreadedPool(Pool):
         dtype, device, slots = staged.slots.dtype, staged.slots.device, len(staged.slots)
         super().__init__(what, size, dtype, device, host=True)
         self.staged, self.workers, self.delta = staged, staged.workers, delta
-        self.writing = self.workers.writing
+        self.writing = self.workers.writing  # a failed write is raised in its own engine
         entry = self.memory[:1].nbytes
         self.wide = entry >= WIDE
         threads = 1 if self.wide and self.stream else min(self.workers.threads, slots)  # a GPU copies wide ones itself
